@@ -37,8 +37,9 @@ def test_operations_without_a_name_may_come_in_between(context):
         hvd.barrier()
         early = summed("early")
     hvd.barrier()
+    assert hvd.poll(early), "a barrier leaves nothing behind that all had begun before"
     tensor, ended = torch.ones(1), threading.Event()
-    late = hvd.allreduce_async(tensor, name="late")
+    late = hvd.allreduce_async(tensor, name="early")
     tensor.zero_()  # it was read when the operation began
     while not hvd.poll(late):
         ended.wait(0.001)

@@ -9,6 +9,7 @@ exchange    a rank gives its value
 exchanged   the values of all ranks
 offer       a rank begins the operation `name` of the process set `set`, whose ranks are `members`
 go          all have begun it: what each has offered, None for those that have joined instead
+ping        answered by pong, after all decisions on what was offered before
 join        a rank has no more data; it has taken part in `done` operations
 step        a rank begins an operation without a name, its `number`-th, while others have joined
 together    all ranks have joined; `last` was the last
@@ -146,6 +147,9 @@ class Matcher:
             "begun": any(each["begun"] for each in said.values()),
         }
         return [(member, decision) for member in members]
+
+    def _on_ping(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+        return [(rank, {"do": "pong", "number": message["number"]})]
 
     def _on_join(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         done = message["done"]

@@ -18,6 +18,7 @@ import torch
 from nbelastic.collectives import Op
 from nbelastic.torch.ops import autograd
 from nbelastic.torch.ops.coordination.comparison import begin
+from nbelastic.torch.ops.coordination.coordination import coordination_of
 from nbelastic.torch.ops.coordination.process_sets import group_of
 from nbelastic.torch.ops.operation import tensor_operations as operations
 from nbelastic.torch.ops.operation.tensor_operations import Pending, awaited, only, single
@@ -190,8 +191,17 @@ def alltoall_async(
 
 
 def barrier(process_set: object = None) -> None:
-    """Wait until all ranks have arrived. Operations by name may still be under way."""
-    begin(group_of(process_set), operations.Barrier()).wait()
+    """Wait until all ranks have arrived.
+
+    Named operations that all ranks have begun before are over then.
+    """
+    group = group_of(process_set)
+    coordination = coordination_of(group.parent()) if group.size > 1 else None
+    if coordination is not None:
+        coordination.flush()  # so this rank's offers reach the matching before it arrives
+    begin(group, operations.Barrier()).wait()
+    if coordination is not None:
+        coordination.flush()  # by now it has the offers of all ranks, and has decided
 
 
 def splits_of(

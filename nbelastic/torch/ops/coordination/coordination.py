@@ -111,7 +111,9 @@ class Coordination:
         self._history: deque[tuple[int, Any]] = deque(maxlen=KEPT)
         self._tells = False
         self._pending: dict[tuple[str, str], _Named] = {}
-        self._events: SimpleQueue[Message | None] = SimpleQueue()  # for a joined rank; None at end
+        self._answers: dict[str, SimpleQueue[Message | None]] = {
+            kind: SimpleQueue() for kind in ("event", "pong")
+        }
         self._reason: str | None = None
         self._gone: set[int] = set()
         self._parts: dict[str, weakref.ref[Communicator]] = {"": self._communicator}
@@ -149,9 +151,8 @@ class Coordination:
 
     def next_event(self) -> Message:
         """Wait for an operation of the others, or for the end of joining."""
-        event = self._wait(self._events.get)
+        event = self._wait(lambda: self._next("event"))
         if event is None:
-            self._events.put(None)  # the end stays the end
             if (communicator := self._communicator()) is not None:
                 communicator.check()  # raises the abort's own reason, if there is one
             raise CollectiveError(self._reason or "the generation is over")
@@ -308,6 +309,12 @@ class Coordination:
         self._client.send({"do": "offer", **its, "text": text, "spec": operation.spec})
         return Pending([named], operation.store)
 
+    def flush(self) -> None:
+        """Wait until all decisions on what was offered before have been carried out here."""
+        if self._pending and self._reason is None:
+            self._client.send({"do": "ping", "number": 0})  # its pong is behind all decisions
+            self._wait(lambda: self._next("pong"))
+
     def await_named(self, named: _Named) -> None:
         """Wait for a named operation."""
         communicator, is_ranks = self._communicator(), is_ranks_thread()
@@ -353,13 +360,13 @@ class Coordination:
         elif kind == "join":
             self._tell(message["done"])
         elif kind == "step":
-            self._events.put(message)
+            self._answers["event"].put(message)
         elif kind == "together":
             with self._lock:
                 self._tells = False
                 was_joined, self.joined = self.joined, False
             if was_joined:
-                self._events.put(message)
+                self._answers["event"].put(message)
         elif kind == "gone":
             rank = message["rank"]
             self._gone.add(rank)  # first: `expect` adds its comparison, then reads this
@@ -368,6 +375,8 @@ class Coordination:
                 self.over(f"rank {rank} has left without {vain[0].text}")
             elif self.joined:
                 self.over(f"rank {rank} has left while this rank had joined")
+        elif kind == "pong":
+            self._answers["pong"].put(message)
 
     def launch_all(self, decisions: Sequence[Message]) -> None:
         """Launch operations begun by all ranks, in order, and wait for them."""
@@ -442,7 +451,15 @@ class Coordination:
             self._end(named, CollectiveError(reason))
         for comparison in [*self._comparisons.values()]:
             comparison.ended.set()
-        self._events.put(None)
+        for queue in self._answers.values():
+            queue.put(None)
+
+    def _next(self, kind: str) -> Message | None:
+        """Wait for an answer; return None at the end, to each thread."""
+        found = self._answers[kind].get()
+        if found is None:
+            self._answers[kind].put(None)
+        return found
 
 
 def _listen(alive: weakref.ref[Coordination], client: RendezvousClient) -> None:
@@ -462,7 +479,7 @@ def _listen(alive: weakref.ref[Coordination], client: RendezvousClient) -> None:
                 if message["do"] == "go":
                     decisions.append(message)
                     continue
-                coordination.launch_all(decisions)
+                coordination.launch_all(decisions)  # before a pong, which says that they are over
                 decisions = []
                 coordination.handle(message)
             coordination.launch_all(decisions)
