@@ -21,6 +21,14 @@ def offer(name, members):
     return its | {"text": "sum", "numbers": [], "spec": {}}
 
 
+def blocked(name, begun=0):
+    return {"do": "blocked", "set": "", "name": name, "begun": begun}
+
+
+def waits(text, begun=1, completed=0):
+    return {"do": "waits", "text": text, "begun": begun, "completed": completed}
+
+
 class World:
     """A matcher and what each rank has received."""
 
@@ -61,6 +69,62 @@ def test_whatever_the_order_all_ranks_launch_the_same_in_the_same_order(data):
     orders = [[message["name"] for message in world.received[rank]] for rank in world.members]
     assert sorted(orders[0]) == sorted(NAMES)
     assert orders == [orders[0]] * size
+
+
+def test_ranks_that_are_blocked_on_different_names_are_stuck():
+    world = World(2)
+    for rank, name in enumerate("ab"):
+        world.send(rank, offer(name, [0, 1]))
+        world.send(rank, blocked(name))
+    assert [world.kinds(rank) for rank in range(2)] == [["stuck"], ["ask", "stuck"]]
+    assert world.received[0][0]["sides"] == [(0, "sum"), (1, "sum")]
+
+
+STUCK = [(0, "sum"), (1, "barrier")]
+
+
+@pytest.mark.parametrize(
+    ("said", "sides"),
+    [
+        ([[waits("barrier")]] * 3, STUCK),
+        ([[waits("barrier")]] * 2, None),  # not said often enough
+        ([[waits("barrier", begun=0)]] * 9, None),  # the rank that is blocked has begun it, too
+        ([[waits("")]] * 9, None),  # it computes
+        ([[waits("barrier", completed=n)] for n in range(9)], None),  # it goes on
+        ([[waits(each)] for each in ("barrier", "barrier", "") * 3], None),  # computes in between
+        ([[waits("barrier"), waits("")]] * 9, None),  # another rank computes
+    ],
+)
+def test_a_rank_that_waits_without_a_name_is_believed_if_it_cannot_go_on(said, sides):
+    world = World(1 + len(said[0]))
+    world.send(0, offer("a", world.members))
+    for each in said:
+        world.send(0, blocked("a"))
+        for rank, message in enumerate(each, 1):
+            world.send(rank, message)
+    assert world.kinds(1).count("ask") == len(said)
+    if sides is not None:
+        assert world.received[0][-1]["sides"] == sides
+        return
+    assert world.kinds(0) == []
+    for rank in world.members[1:]:
+        world.send(rank, offer("a", world.members))
+    assert world.kinds(0) == ["go"]
+
+
+def test_what_a_rank_waited_for_another_time_counts_no_more():
+    world = World(3)
+    world.send(0, offer("a", [0, 1, 2]))
+    for _ in range(3):
+        world.send(0, blocked("a"))
+        world.send(1, waits("barrier"))
+    for rank in (1, 2):
+        world.send(rank, offer("a", [0, 1, 2]))
+    world.send(0, offer("b", [0, 1, 2]))
+    world.send(0, blocked("b", begun=0))
+    for _ in range(3):
+        world.send(2, waits("barrier"))
+    assert "stuck" not in world.kinds(0)
 
 
 @pytest.mark.parametrize("values", [2, 3])

@@ -50,6 +50,7 @@ CASES = [
         "allreduce (sum of 0.5 times each) of float32[4]|allreduce (sum) of",
     ),
     (lambda it: hvd.allreduce(f32(4), compression=it), (FP16, NONE), "float16[4]|float32[4]"),
+    (lambda it: hvd.allreduce(f32(1), name=it), ("loss", "rate\n"), r"'loss'|'rate\n'"),
     (
         lambda it: hvd.grouped_allreduce([f32(3)] * 299 + [f32(it)]),
         (3, 4),

@@ -51,14 +51,17 @@ Message = dict[str, Any]
 # What a rank that has joined says it is about to do, in an operation that it cannot take part in.
 JOINED = "join()"
 
+# What a rank announces before ranks compare whether a change of members is due.
+CHECK: Message = {"kind": "check"}
+
 MOST_PENDING = 10_000  # named operations of a rank that can wait for other ranks at a time
 
 # Numbered operations that a rank can tell of later. None ends before all ranks take part.
 KEPT = 64
 
 _POLL_S = 0.0005
-_LOOK_EVERY_S = 0.5
-_TELL_AFTER_S = 10.0  # until the driver counts a wait for a name; decisions are never so late
+_TELL_AFTER_S = 1.0
+_TELL_EVERY_S = 0.5
 
 
 @dataclass(eq=False)
@@ -66,7 +69,6 @@ class Comparison:
     """What this rank compares, until all ranks have said theirs, or the matching has ended."""
 
     members: Sequence[int]
-    text: str  # its headline
     ended: threading.Event = field(default_factory=threading.Event)
     decision: Message | None = None
 
@@ -110,9 +112,11 @@ class Coordination:
         self.number = 0  # of numbered operations that this rank has begun
         self._history: deque[tuple[int, Any]] = deque(maxlen=KEPT)
         self._tells = False
+        self._comparing = ""  # what the rank's thread waits for in a comparison
         self._pending: dict[tuple[str, str], _Named] = {}
+        # Apart, because a second thread that asks who is missing must not take a pong.
         self._answers: dict[str, SimpleQueue[Message | None]] = {
-            kind: SimpleQueue() for kind in ("event", "pong")
+            kind: SimpleQueue() for kind in ("event", "missing", "pong")
         }
         self._reason: str | None = None
         self._gone: set[int] = set()
@@ -182,15 +186,17 @@ class Coordination:
             if foresee and place[1] not in history.asked and history.foresees(pattern):
                 history.add(pattern)
                 return None
-            text = in_words(pattern)
-            headline = communicator.current_operation = text.partition("\n")[0]
-            comparison = self._comparisons[place] = Comparison(members, headline)
+            comparison = self._comparisons[place] = Comparison(members)
             if for_good:  # the rank begins more before this is decided
                 history.add(pattern)
+        text = in_words(pattern)
+        communicator.current_operation = text.partition("\n")[0]
         if self._reason is not None:
             comparison.ended.set()
         elif gone := self._gone.intersection(members):  # it says nothing any more
-            communicator.abort(f"rank {min(gone)} has left without {headline}")
+            communicator.abort(
+                f"rank {min(gone)} has left without {communicator.current_operation}"
+            )
         else:
             self._say(place, members, text, number, begun=for_good)
         return comparison
@@ -211,15 +217,19 @@ class Coordination:
         limit_s = limit_s or self.timeout_s
         end = time.monotonic() + limit_s
         communicator.waits_apart = True
+        if is_ranks_thread():
+            self._comparing = communicator.current_operation
         try:
             # Other ranks may need this one's deferred operations before they can compare.
             while not comparison.ended.wait(_POLL_S if self.deferred else limit_s):
                 self.launch_deferred()
                 if time.monotonic() > end:
-                    what = comparison.text
+                    what = communicator.current_operation or "an operation"
                     communicator.abort(f"not all ranks have begun {what} within {limit_s:g} s")
         finally:
             communicator.waits_apart = False
+            if is_ranks_thread():
+                self._comparing = ""
         decision = comparison.decision
         communicator.check()
         if decision is None:  # the rank with the matching has returned; those left do without
@@ -317,21 +327,27 @@ class Coordination:
 
     def await_named(self, named: _Named) -> None:
         """Wait for a named operation."""
-        communicator, is_ranks = self._communicator(), is_ranks_thread()
-        begun, text = time.monotonic(), in_words(named.operation.pattern).partition("\n")[0]
+        communicator = self._communicator()
+        begun = time.monotonic()
 
         def wait() -> None:
-            while not named.ended.wait(_LOOK_EVERY_S):
-                waited = time.monotonic() - begun
-                if named.launched or communicator is None:
-                    continue
+            interval = _TELL_AFTER_S
+            while not named.ended.wait(interval):
+                interval = _TELL_EVERY_S
+                if not named.launched:
+                    its = {"set": named.key, "name": named.name, "begun": self.number}
+                    self._client.send({"do": "blocked", **its})
+                text = in_words(named.operation.pattern)
                 if gone := self._gone.intersection(named.members):
                     self.over(f"rank {min(gone)} has left without {text}")
-                elif waited > self.timeout_s:
-                    limit = f"within {self.timeout_s:g} s"
-                    communicator.abort(f"{text} was not begun by all ranks {limit}")
-                elif waited > _TELL_AFTER_S and is_ranks:
-                    communicator.current_operation = text  # so the driver sees if all differ
+                if time.monotonic() - begun > self.timeout_s and not named.launched:
+                    self._client.send({"do": "missing", "set": named.key, "name": named.name})
+                    ranks = (self._next("missing") or {}).get("ranks")
+                    if communicator is not None and ranks:  # none, if they have begun it meanwhile
+                        communicator.abort(
+                            f"{text.partition(chr(10))[0]} was not begun by ranks {ranks} "
+                            f"within {self.timeout_s:g} s"
+                        )
 
         if not named.ended.is_set():
             self._wait(wait)
@@ -346,7 +362,7 @@ class Coordination:
         try:
             return wait()
         finally:
-            communicator.current_operation, communicator.waits_apart = "", False
+            communicator.waits_apart = False
 
     # -- in the listening thread -----------------------------------------------------------------
 
@@ -368,15 +384,18 @@ class Coordination:
             if was_joined:
                 self._answers["event"].put(message)
         elif kind == "gone":
-            rank = message["rank"]
-            self._gone.add(rank)  # first: `expect` adds its comparison, then reads this
-            vain = [each for each in [*self._comparisons.values()] if rank in each.members]
-            if vain:
-                self.over(f"rank {rank} has left without {vain[0].text}")
+            self._gone.add(message["rank"])  # first: `expect` adds its comparison, then reads this
+            if any(message["rank"] in each.members for each in [*self._comparisons.values()]):
+                what = self._comparing or "an operation"
+                self.over(f"rank {message['rank']} has left without {what}")
             elif self.joined:
-                self.over(f"rank {rank} has left while this rank had joined")
-        elif kind == "pong":
-            self._answers["pong"].put(message)
+                self.over(f"rank {message['rank']} has left while this rank had joined")
+        elif kind in ("pong", "missing"):
+            self._answers[kind].put(message)
+        elif kind == "stuck":
+            self._end_stuck(message)
+        elif kind == "ask":
+            self._client.send({"do": "waits", **self._position()})
 
     def launch_all(self, decisions: Sequence[Message]) -> None:
         """Launch operations begun by all ranks, in order, and wait for them."""
@@ -419,6 +438,25 @@ class Coordination:
                 self._pending.pop((named.key, named.name), None)
             named.error = error
             named.ended.set()
+
+    def _end_stuck(self, message: Message) -> None:
+        sides: dict[str, list[int]] = {}
+        for rank, text in message["sides"]:
+            sides.setdefault(JOINED if text is None else text.partition("\n")[0], []).append(rank)
+        error = RanksDisagree(f"ranks wait for different operations: {listed(sides)}")
+        self._end(self._pending.get((message["set"], message["name"])), error)
+
+    def _position(self) -> Message:
+        """Return this rank's unnamed operation under way, and its count of operations."""
+        communicator = self._communicator()
+        with self._lock:
+            begun, what = self._history[-1] if self._history else (0, None)
+        comparing = self._comparing
+        idle = communicator is None or communicator.waits_apart or not communicator.waiting
+        if communicator is None or (idle and not comparing):
+            return {"text": "", "begun": begun, "completed": 0}
+        text = "state.commit()" if what == CHECK else comparing or communicator.current_operation
+        return {"text": text or "an operation", "begun": begun, "completed": communicator.completed}
 
     def _tell(self, done: int) -> None:
         with self._lock:

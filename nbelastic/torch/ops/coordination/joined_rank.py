@@ -14,7 +14,7 @@ from nbelastic.elastic.ranks.context import Context, before_check, current
 from nbelastic.elastic.ranks.groups import Group
 from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.coordination.comparison import begin
-from nbelastic.torch.ops.coordination.coordination import JOINED, announce, coordination_of
+from nbelastic.torch.ops.coordination.coordination import CHECK, JOINED, announce, coordination_of
 from nbelastic.torch.ops.operation.tensor_operations import Allreduce, Barrier
 
 # What a rank that has joined does in an operation, by its kind.
@@ -94,4 +94,4 @@ def _serve(context: Context, what: Any) -> None:
         communicator.check()  # the others raise it, and go on
 
 
-before_check.append(lambda communicator: announce(communicator, {"kind": "check"}))
+before_check.append(lambda communicator: announce(communicator, CHECK))
