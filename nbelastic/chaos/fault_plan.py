@@ -110,6 +110,7 @@ class FaultPlan:
             scheduled = self._scheduled.get(report.number)
             if scheduled is None or (scheduled.outcome is not None and not scheduled.sent):
                 return
+            scheduled.sent_to.discard(report.start)  # it holds its step until its worker lets go
             scheduled.end(report.problem, report.rank, report.worker)
             if not report.problem:
                 self._note_unwell(report.start, scheduled.fault)
