@@ -84,17 +84,17 @@ class MetricsAggregator:
                 "steps_per_s": self._speed(rank.start, 2),
                 "micro_batches": (latest.first, latest.last) if latest.micro_batches else None,
             }
-        return replace(rank, **known)
+        return RankStatus(**vars(rank) | known)
 
     def _speed(self, start: int, what: int = 1) -> float | None:
         """Return samples or steps per second of a rank over the window; None before the first."""
-        seen = [(each[0], each[what]) for each in self._seen.get(start, ())]
+        seen = self._seen.get(start) or deque()
         # Time in which it was still setting up does not count.
-        moving = [place for place, after in itertools.pairwise(seen) if after[1]]
-        if not moving:
+        first = next((place for place, after in itertools.pairwise(seen) if after[what]), None)
+        if first is None:
             return None
-        (then, before), (now, after) = moving[0], seen[-1]
-        return (after - before) / (now - then) if now > then else None
+        seconds = seen[-1][0] - first[0]
+        return (seen[-1][what] - first[what]) / seconds if seconds > 0 else None
 
     def state_bytes(self) -> int:
         """Return the size of the largest state of a rank; 0 while none is known."""
