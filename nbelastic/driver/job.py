@@ -354,7 +354,6 @@ class Job:
             size=view.size or returned,
             elapsed=elapsed,
             reason=AWAY if self._driver.away else view.reason,
-            ranks=tuple(map(metrics.status, view.ranks)),
             samples_per_s=metrics.total(members),
             progress=metrics.progress(elapsed, members, finished=state == "finished"),
             warnings=log.warnings(),

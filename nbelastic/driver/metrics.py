@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from nbelastic.messages import MetricsReport, RankTelemetry
 from nbelastic.status import DataStatus, Progress, RankStatus, same_fields
@@ -74,17 +75,16 @@ class MetricsAggregator:
         if row.generation == report.generation:
             row.add(report.values)
 
-    def status(self, rank: RankStatus) -> RankStatus:
-        """Return a rank with its newest telemetry."""
+    def of_rank(self, start: int) -> dict[str, Any]:
+        """Return the newest telemetry of a rank, by the fields of its status."""
         with self._lock:
-            if (latest := self._latest.get(rank.start)) is None:
-                return rank
-            known = same_fields(RankStatus, latest) | {
-                "samples_per_s": self._speed(rank.start),
-                "steps_per_s": self._speed(rank.start, 2),
+            if (latest := self._latest.get(start)) is None:
+                return {}
+            return same_fields(RankStatus, latest) | {
+                "samples_per_s": self._speed(start),
+                "steps_per_s": self._speed(start, 2),
                 "micro_batches": (latest.first, latest.last) if latest.micro_batches else None,
             }
-        return RankStatus(**vars(rank) | known)
 
     def _speed(self, start: int, what: int = 1) -> float | None:
         """Return samples or steps per second of a rank over the window; None before the first."""

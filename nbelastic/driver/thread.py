@@ -118,7 +118,8 @@ class Driver:
     def view(self) -> JobStatus:
         """Return the part of the job's status that its machine knows."""
         with self._lock:
-            status, why = view(self._machine), reasons(self._machine, self._now)
+            status = view(self._machine, self.log.metrics.of_rank)
+            why = reasons(self._machine, self._now)
         return replace(status, reason="; ".join(map(self.log.in_words, why)))
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -21,8 +23,8 @@ _KNOWN = ("NOT_IN_WORKERS", "LACKS_RESOURCES", "HOST_FULL", "TOO_LATE")
 _BY_OTHERS = [reason for reason in m.UnusedReason if reason.name not in _KNOWN]
 
 
-def view(machine: Machine) -> JobStatus:
-    """Return the part of a job's status that its machine knows."""
+def view(machine: Machine, of_rank: Callable[[int], dict[str, Any]] = lambda _: {}) -> JobStatus:
+    """Return the part of a job's status that its machine knows, ranks with further fields."""
     roster = machine.roster
     members = [] if roster.phase == Phase.GATHERING else roster.members()
     last = roster.plan if roster.phase == Phase.ENDED else None
@@ -41,7 +43,10 @@ def view(machine: Machine) -> JobStatus:
         commits=roster.version,
         elapsed=0.0,
         reason="",
-        ranks=tuple(_rank_status(roster, *each, numbers.get(each[0])) for each in slots.items()),
+        ranks=tuple(
+            _rank_status(roster, start, slot, numbers.get(start), of_rank(start))
+            for start, slot in slots.items()
+        ),
         backend=roster.backend,
         share=None if roster.ended else roster.share,
         errors=sum(isinstance(each, (m.CutOff, m.RankError)) for each in roster.warnings),
@@ -58,7 +63,9 @@ def _state(roster: Roster) -> str:
     return "running" if roster.phase in (Phase.RUNNING, Phase.FINISHING) else "waiting"
 
 
-def _rank_status(roster: Roster, start: int, slot: m.Slot, number: int | None) -> RankStatus:
+def _rank_status(
+    roster: Roster, start: int, slot: m.Slot, number: int | None, more: dict[str, Any]
+) -> RankStatus:
     rank, state, commits = roster.ranks.get(start), "ended", roster.version
     if rank is not None:
         state, commits = rank.stage.value, math.floor(max(rank.version, 0))
@@ -66,7 +73,8 @@ def _rank_status(roster: Roster, start: int, slot: m.Slot, number: int | None) -
             state = "leaving"
         elif rank.stage == Stage.MEMBER:
             state = "running" if roster.phase == Phase.RUNNING else "forming"
-    return RankStatus(number, slot.worker, slot.host, state, commits, name=slot.name, start=start)
+    more = {"name": slot.name, "start": start, **more}
+    return RankStatus(number, slot.worker, slot.host, state, commits, **more)
 
 
 def reasons(machine: Machine, now: float) -> list[m.Reason]:

@@ -18,7 +18,7 @@ from nbelastic.driver.metrics import MOST_POINTS, MetricsAggregator
 from nbelastic.driver.options import Options
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import OptionError
-from nbelastic.status import DataStatus, RankStatus
+from nbelastic.status import DataStatus
 from tests.support.clusters import until
 
 
@@ -45,16 +45,15 @@ def test_a_row_is_the_mean_over_ranks_in_the_order_of_training_and_its_newest_tr
 
 def test_speed_is_measured_over_a_window_and_added_up():
     metrics = MetricsAggregator()
-    place = RankStatus(0, "tcp://a", "a", "running", 0)
     for second in range(-9, 0):  # setting up is no slowness
         metrics.take(second, [rank(0), rank(2)])
-    assert metrics.status(place).steps_per_s is None
+    assert metrics.of_rank(0)["steps_per_s"] is None
     for second in range(11):
         metrics.take(second, [rank(0, samples=100 * second, step=2 * second)])
         metrics.take(second, [rank(1, samples=50 * second), rank(2, step=second)])
     assert (metrics.total([0]), metrics.total([0, 1]), metrics.total([])) == (100.0, 150.0, None)
-    status = metrics.status(place)
-    assert (status.steps_per_s, status.samples_per_s, status.step) == (2.0, 100.0, 20)
+    found = metrics.of_rank(0)
+    assert (found["steps_per_s"], found["samples_per_s"], found["step"]) == (2.0, 100.0, 20)
     assert metrics.total([2]) is None  # which counts no samples
     metrics.take(20, [rank(0, samples=1000)])
     metrics.take(24, [rank(0, samples=1000)])
