@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 
+from nbelastic import chaos
 from nbelastic import messages as m
 from nbelastic.cluster.process_state import ProcessState
 from nbelastic.cluster.worker import agent as agents
@@ -153,6 +154,16 @@ async def test_a_rank_is_not_blamed_for_time_in_which_its_worker_did_not_run() -
     await asyncio.sleep(30)  # the machine is suspended, or has much to do
     rank.beat()
     assert process.signals == []
+
+
+async def test_a_notice_of_chaos_is_reported_and_the_worker_goes_when_it_said() -> None:
+    sent: list[Any] = []
+    process: Any = Process("alive")
+    process.send = Mock()
+    rank = hosted(process, None, sent.append)
+    await rank._inflict(m.FaultDue("job", 3, chaos.notice(rank=0, seconds=60.0), 0))
+    assert m.NoticeReport(m.Notice(m.NoticeSource.CHAOS, seconds=60.0)) in sent
+    rank._worker.loop.call_later.assert_called_once_with(60.0, rank._end_as_noticed)
 
 
 # -- output: many lines in few messages, and a rank that waits -------------------------------------

@@ -124,6 +124,7 @@ async def test_a_lost_rank_had_come_as_far_as_its_last_heartbeat_says(lost):
             cluster.plugin._take(host.address, None)
         cluster.step_all()
         assert cluster.roster("one").newest == 7
+        assert start not in cluster.roster("one").ranks
 
 
 async def test_a_driver_that_stands_still_gets_no_more_slots():

@@ -61,6 +61,20 @@ def test_abort_frees_who_connects_to_a_peer_that_does_not_answer(monkeypatch):
         eventually(lambda: not threads_of(world), "owner threads")
 
 
+def test_abort_frees_who_waits_before_gloo_has_ended_its_operation(monkeypatch):
+    cut, owner = threading.Event(), group_module.GlooGroupOwner
+    end = owner._take_down
+    monkeypatch.setattr(owner, "_take_down", lambda self: end(self) if cut.wait() else None)
+    with World(MAKERS["gloo"], 2) as world:
+        waiter = world.start(0, lambda c: c.allreduce(torch.ones(3)))
+        eventually(lambda: world[0]._abort_signal._wakeups, "a wait beyond the brief one")
+        world[0].abort("enough")
+        try:
+            assert failure(waiter) == "enough"
+        finally:
+            cut.set()
+
+
 def test_stuck_operations_time_out_if_connections_are_not_cut(monkeypatch):
     monkeypatch.setattr(group_module, "addresses_of", lambda _: [])
     one = torch.ones(1)

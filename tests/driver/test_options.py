@@ -130,6 +130,8 @@ def test_durations_without_end_are_sent_as_long_ones_and_numbers_as_plain_ones_o
     assert time.gmtime(time.time() + spec.operation_timeout_s)
     options = Options(np=numpy.int64(2), weight=numpy.float32(5))
     assert (type(options.np), type(options.weight)) == (int, float)
+    no_notices = terms_of(ev.JobPayload(b"", b"", b""), Options(notices="off")).notices
+    assert (terms.notices, no_notices) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,7 @@ def test_a_duration_may_be_what_dask_takes(given, seconds):
     options = Options(stall_timeout=given, blacklist_cooldown=(1, "2 s"))
     assert options.stall_timeout == seconds
     assert options.blacklist_cooldown == (1.0, 2.0)
+    assert options.limits().cooldown == (1.0, 2.0)
     for wrong in ("soon", "5 parsecs", "-1 s", True, None, [1], b"1 s"):
         with pytest.raises(OptionError, match=r"stall_timeout=.* such as '90 s'"):
             Options(stall_timeout=wrong)
@@ -167,6 +170,7 @@ def test_what_is_not_given_comes_from_dasks_configuration():
         nbelastic.fit(print)
     assert Options.given(NONE_GIVEN) == Options()
     assert set(DEFAULTS) == {row.name for row in TABLE}  # of the package's file
+    assert all(dask.config.get(f"nbelastic.{name}") == each for name, each in DEFAULTS.items())
 
 
 def test_the_documents_have_the_table_as_it_is():

@@ -122,6 +122,18 @@ def test_every_nth_commit_and_the_last_one_are_written(tmp_path):
     assert load_checkpoint(tmp_path) == {"count": 8, "sampler": {"epoch": 0, "processed_num": 32}}
 
 
+def test_a_checkpoint_has_what_all_ranks_have_done(tmp_path):
+    def rank(context):
+        state = ObjectState(sampler=ShardSampler(range(40), shuffle=False))
+        with keeping(context, state, tmp_path) as checkpoints:
+            state.sampler.record_batch(0, 4 - context.rank)
+            state.commit()
+            written(checkpoints)
+
+    run_ranks(2, rank)
+    assert load_checkpoint(tmp_path)["sampler"]["processed_num"] == 2 * 3
+
+
 class Gate:
     """Holds the writing of a file."""
 

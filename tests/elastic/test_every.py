@@ -92,6 +92,24 @@ def test_one_that_failed_is_called_again_and_one_that_is_done_is_not(state):
     alone(train)
 
 
+def test_the_loop_calls_one_that_failed_again_before_the_next_step():
+    state, calls = TorchState(step=0), []
+
+    def evaluate():
+        calls.append(state.step)
+        if len(calls) == 1:
+            raise CollectiveError("a peer is gone")
+
+    @run
+    def train(state):
+        for state.step in range(state.step + 1, 4):
+            state.commit()
+
+    state.every(2, evaluate)
+    one_rank(functools.partial(train, state))
+    assert calls == [2, 2]
+
+
 def test_a_commit_within_does_not_call_it_again_and_in_the_loop_it_is_too_late_to_add_one(state):
     state.every(1, lambda: (state.seen.append(state.step), state.commit()))
     alone(state.commit)
