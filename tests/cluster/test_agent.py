@@ -155,6 +155,20 @@ async def test_a_rank_is_not_blamed_for_time_in_which_its_worker_did_not_run() -
     assert process.signals == []
 
 
+async def test_what_a_rank_prints_waits_while_much_waits_for_the_scheduler() -> None:
+    stream = SimpleNamespace(_write_buffer=range(hosted_rank.CROWDED))
+    worker: Any = SimpleNamespace(
+        batched_stream=SimpleNamespace(comm=SimpleNamespace(stream=stream))
+    )
+    setup: Any = SimpleNamespace(spec=SPEC)
+    with patch.object(hosted_rank, "RankProcess") as made:
+        hosted_rank.HostedRank(setup, Mock(), worker, print)
+    crowded = made.call_args.args[-1]
+    assert not crowded()
+    stream._write_buffer = range(hosted_rank.CROWDED + 1)
+    assert crowded()
+
+
 # -- output: many lines in few messages, and a rank that waits -------------------------------------
 
 
