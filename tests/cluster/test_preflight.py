@@ -219,6 +219,16 @@ def test_packages_relative_and_lazy_imports_work_elsewhere(folder, reached_by):
     assert run(folder, code, {"pkg"}) == (2, (7, ("pkg.dyn", "pkg")))
 
 
+def test_what_travels_comes_before_what_the_worker_has(folder):
+    write(folder, helpers="value = 'sent'")
+    travelled = collect({"helpers"})
+    write(folder, helpers="value = 'of the worker'")
+    with installed(folder, travelled), patch.object(sys, "path", [str(folder), *sys.path]):
+        import helpers
+
+        assert helpers.value == "sent"
+
+
 def test_a_result_is_of_the_kernels_class_and_a_traceback_shows_the_lines_that_ran(folder):
     """Those that were on disk at the start, whatever this process had imported before."""
     write(folder, helpers="class Thing:\n    pass\ndef fail():\n    pass\n")

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 from distributed.comm import connect, listen
 from distributed.core import Status
+from msgspec.structs import replace
 
 from nbelastic.cluster.dask_compat import unsent_bytes
 from nbelastic.cluster.scheduler.job import FEW, MOST_WAITING
@@ -17,6 +18,8 @@ from nbelastic.cluster.worker.agent import own_interface
 from nbelastic.messages import RankOutput, UnusedWorker
 from nbelastic.messages import UnusedReason as Reason
 from tests.support.records import a_record
+
+from .shared_cluster import SharedCluster
 
 VERSIONS = {"python": "3.11", "nbelastic": "1", "torch": "2.1"}
 NEWER = {**VERSIONS, "torch": "2.2"}
@@ -116,6 +119,20 @@ def test_a_kernel_that_does_not_read_gets_the_mark_of_a_gap_until_it_has_read_mo
         passed.append([call.args[0] for call in sent.call_args_list])
         sent.reset_mock()
     assert passed == [[TEXT], [TEXT], [GAP], [], [], [], [TEXT], [TEXT], [GAP]]
+
+
+async def test_what_waits_for_a_jobs_own_kernel_counts():
+    cluster = await SharedCluster().start()
+    for name, waiting in (("job", MOST_WAITING + 1), ("other", 0)):
+        await cluster.open(name)
+        buffer = SimpleNamespace(_write_buffer=range(waiting))
+        stream = SimpleNamespace(comm=SimpleNamespace(stream=buffer))
+        cluster.client_comms[f"kernel of {name}"] = stream
+        job = cluster.plugin.jobs[name]
+        job.send = Mock()
+        cluster.plugin._output("w", replace(TEXT, job=name))
+        assert job.send.call_args.args[0] == replace(GAP if waiting else TEXT, job=name)
+    await cluster.plugin.before_close()
 
 
 def test_bytes_that_wait_for_the_other_end_are_counted():

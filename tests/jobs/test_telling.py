@@ -82,7 +82,8 @@ PHASES = ["aborted", "restored", "ready", "planned", "connected", "synchronised"
 def test_history_and_timeline_tell_where_the_time_of_a_recovery_went(crew, tmp_path):
     path, faults = tmp_path / "timeline.json", (Fault(rank=1, epoch=2, batch=2),)
     work = Workload(tmp_path, epochs=1000, adamw=True, until_newcomers=1, faults=faults)
-    job = crew.fit(work, np=3, min_np=2, timeline=path, block=False)
+    cycles = {"HOROVOD_TIMELINE_MARK_CYCLES": "1"}
+    job = crew.fit(work, np=3, min_np=2, timeline=path, env=cycles, block=False)
     seen = []
     while not job.wait(0.05):
         seen.append(job.status)
@@ -105,6 +106,7 @@ def test_history_and_timeline_tell_where_the_time_of_a_recovery_went(crew, tmp_p
     assert rows == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
     of_rank_0 = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
     assert {"REDUCE_GRADIENTS", "COMMIT", "STATE_TRANSFER"} <= {each["name"] for each in of_rank_0}
+    assert "CYCLE_START" in {event["name"] for event in events}
     resets = [event["ts"] for event in events if event["name"] == "RESET"]
     assert len(resets) >= 2 + 2 + 3
     assert min(resets) < max(event["ts"] for event in events if event["ph"] == "X")
