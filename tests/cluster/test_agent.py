@@ -156,7 +156,6 @@ async def test_a_rank_is_not_blamed_for_time_in_which_its_worker_did_not_run() -
     assert process.signals == []
 
 
-<<<<<<< HEAD
 async def test_a_notice_of_chaos_is_reported_and_the_worker_goes_when_it_said() -> None:
     sent: list[Any] = []
     process: Any = Process("alive")
@@ -165,7 +164,8 @@ async def test_a_notice_of_chaos_is_reported_and_the_worker_goes_when_it_said() 
     await rank._inflict(m.FaultDue("job", 3, chaos.notice(rank=0, seconds=60.0), 0))
     assert m.NoticeReport(m.Notice(m.NoticeSource.CHAOS, seconds=60.0)) in sent
     rank._worker.loop.call_later.assert_called_once_with(60.0, rank._end_as_noticed)
-=======
+
+
 async def test_what_a_rank_prints_waits_while_much_waits_for_the_scheduler() -> None:
     stream = SimpleNamespace(_write_buffer=range(hosted_rank.CROWDED))
     worker: Any = SimpleNamespace(
@@ -178,7 +178,6 @@ async def test_what_a_rank_prints_waits_while_much_waits_for_the_scheduler() -> 
     assert not crowded()
     stream._write_buffer = range(hosted_rank.CROWDED + 1)
     assert crowded()
->>>>>>> lot2
 
 
 # -- output: many lines in few messages, and a rank that waits -------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {".py", ".pyi", ".cpp", ".hpp", ".inc"}
-BUDGET = {"nbelastic": 49_936, "tests": 40_834}
+BUDGET = {"nbelastic": 49_936, "tests": 40_833}
 SLACK = 500  # lines by which a budget may be above what is there
 
 
